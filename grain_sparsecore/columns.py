@@ -121,11 +121,10 @@ def _numbers(element: Mapping[str, Any], key: str, where: str) -> np.ndarray:
         # That text is about keys of features.
         raise InputError(_missing_text(element, key, where)) from error
     try:
-        ragged = isinstance(found, RaggedValues)
-        values = np.zeros(0, object) if ragged else np.asarray(found)
+        values = None if isinstance(found, RaggedValues) else np.asarray(found)
     except ValueError:  # lists of unequal length
-        ragged = True
-    if ragged or values.dtype.kind == "O":
+        values = None
+    if values is None or values.dtype.kind == "O":
         raise InputTypeError(
             f"{where} holds lists or objects; it needs numbers, equally many for each "
             "sample. Name another column, or make one number of each list."
