@@ -232,6 +232,43 @@ def test_layout_from_configs_is_that_of_the_layer(stacking: Any) -> None:
     assert "not_ours" not in paths
 
 
+_DECAY = keras.optimizers.schedules.CosineDecay(0.1, 100)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "together"),
+    [
+        # What SparseCore does not have keeps no tables apart.
+        (keras.optimizers.Adam(0.1), keras.optimizers.Adam(0.1, weight_decay=0.5), 1),
+        (keras.optimizers.Adam(0.1), keras.optimizers.AdamW(0.1), 1),
+        (keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.1, clipvalue=3.0), 1),
+        (keras.optimizers.Ftrl(0.1), keras.optimizers.Ftrl(0.1, name="other"), 1),
+        ("adagrad", keras.optimizers.Adagrad(), 1),
+        # What it has does.
+        (keras.optimizers.SGD(0.1), keras.optimizers.SGD(0.2), 0),
+        (keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1), 0),
+        (keras.optimizers.Adam(0.1), keras.optimizers.Adam(0.1, beta_2=0.9), 0),
+        (keras.optimizers.Ftrl(0.1), keras.optimizers.Ftrl(0.1, beta=0.9), 0),
+        # A schedule equals itself alone.
+        (keras.optimizers.SGD(_DECAY), keras.optimizers.SGD(_DECAY), 1),
+        (
+            keras.optimizers.SGD(_DECAY),
+            keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100)),
+            0,
+        ),
+    ],
+)
+def test_optimizers_are_equal_where_the_layer_finds_them_so(one, two, together):
+    tree = {
+        "f": feature("f", table("t", optimizer=one)),
+        "g": feature("g", table("u", optimizer=two)),
+    }
+    layout = layout_from_feature_configs(tree, TOPOLOGY)
+    theirs = layout_from_feature_specs(upstream_specs(tree, "auto"), TOPOLOGY)
+    assert len(layout.stacks) == 2 - together
+    assert layout.stack_names == theirs.stack_names
+
+
 def test_limits_of_a_stack_are_the_largest_of_its_tables_as_in_the_layer() -> None:
     layout = layout_from_feature_configs(nested_configs(), TOPOLOGY)
     stack = layout.stack_of_feature["f0"]

@@ -41,6 +41,19 @@ _TABLE_FIELDS = (
     "max_ids_per_partition",
     "max_unique_ids_per_partition",
 )
+# Beside the learning rate, what the layer keeps of each optimizer and its subclasses.
+_OPTIMIZER_OPTIONS = {
+    "SGD": (),
+    "Adagrad": ("initial_accumulator_value",),
+    "Adam": ("beta_1", "beta_2", "epsilon"),
+    "Ftrl": (
+        "learning_rate_power",
+        "l1_regularization_strength",
+        "l2_regularization_strength",
+        "beta",
+        "initial_accumulator_value",
+    ),
+}
 _PLACEMENTS = ("auto", "sparsecore", "default_device")
 
 
@@ -172,13 +185,22 @@ def _optimizer(optimizer: Any) -> Any:
     return keras.optimizers.get(optimizer)
 
 
-def _optimizer_key(optimizer: Any) -> str:
-    # Keras compares optimizers by identity; what counts for stacking is their options.
+def _optimizer_key(optimizer: Any) -> Any:
+    """What the layer compares: of an optimizer, it keeps what SparseCore can do."""
     optimizer = _optimizer(optimizer)
     with warnings.catch_warnings():
         # It reads the learning rate in a way that NumPy 2 warns about.
         warnings.simplefilter("ignore", DeprecationWarning)
-        options = {k: v for k, v in optimizer.get_config().items() if k != "name"}
+        options = optimizer.get_config()
+    for base in type(optimizer).__mro__:
+        if base.__name__ in _OPTIMIZER_OPTIONS:
+            kept = [options[name] for name in _OPTIMIZER_OPTIONS[base.__name__]]
+            # Schedules are equal where they are one object.
+            rate = getattr(optimizer, "_learning_rate", None)
+            rate = rate if callable(rate) else options["learning_rate"]
+            return base.__name__, rate, *kept
+    # The layer refuses others.
+    options.pop("name", None)
     kind = type(optimizer).__name__
     return kind + json.dumps(options, sort_keys=True, default=str)
 
