@@ -73,13 +73,14 @@ class FdoImport:
 
 
 def import_fdo(
-    directory: str | os.PathLike[str], *, layout: StackedLayout
+    directory: str | os.PathLike[str], *, layout: StackedLayout, minibatches: int = 1
 ) -> FdoImport:
     """Limits from the files that jax-tpu-embedding's FDO clients left in a directory.
 
     Args:
         directory: Where the files lie; npz and csv together.
         layout: The stacks, named as there, and the topology.
+        minibatches: Into how many a batch may be split, whose buffer holds them all.
 
     Raises:
         ConfigError: There is no file, none fits the topology, one is damaged, or a
@@ -106,7 +107,7 @@ def import_fdo(
             skipped[path.name] = reason
         else:
             used.append(path.name)
-            found.append(_to_limits(path, arrays, layout))
+            found.append(_to_limits(path, arrays, layout, minibatches))
     if not used:
         reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items())
         raise ConfigError(f"{where}: no file belongs to this job. {reasons}.")
@@ -311,7 +312,10 @@ def _misfit(
 
 
 def _to_limits(
-    path: Path, arrays: Mapping[str, np.ndarray], layout: StackedLayout
+    path: Path,
+    arrays: Mapping[str, np.ndarray],
+    layout: StackedLayout,
+    minibatches: int,
 ) -> Limits:
     most: dict[str, dict[str, int]] = {}
     for key, array in arrays.items():
@@ -335,16 +339,24 @@ def _to_limits(
             f"among {', '.join(layout.stack_names)}. Stack the same tables, or name "
             "the stack in the tables."
         )
-    return Limits({name: _stack_limits(value, layout) for name, value in most.items()})
+    return Limits(
+        {
+            name: _stack_limits(value, layout, minibatches)
+            for name, value in most.items()
+        }
+    )
 
 
-def _stack_limits(most: Mapping[str, int], layout: StackedLayout) -> StackLimits:
+def _stack_limits(
+    most: Mapping[str, int], layout: StackedLayout, minibatches: int
+) -> StackLimits:
     sc_count = layout.topology.num_sc_per_device
     ids = max(most.get(MAX_IDS_SUFFIX, 0), 1)
-    largest = theoretical_buffer_size(ids, layout.topology)
-    largest = min(largest, INT32_MAX // (ALIGNMENT * sc_count) * ALIGNMENT * sc_count)
+    unit = ALIGNMENT * sc_count
+    sure = min(theoretical_buffer_size(ids, layout.topology), INT32_MAX // unit * unit)
+    largest = min(sure * minibatches, INT32_MAX // unit * unit)
     # Older releases did not record it; then only the theoretical size is sure.
-    size = largest
+    size = sure
     if BUFFER_SUFFIX in most:
         size = round_up(max(most[BUFFER_SUFFIX], 1), ALIGNMENT) * sc_count
     return StackLimits(

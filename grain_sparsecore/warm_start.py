@@ -84,7 +84,7 @@ def _load(
     if where.is_dir():
         states = sorted(where.glob(_CHECKPOINT_STATES))
         if not states:
-            return _load_fdo(where, layout)
+            return _load_fdo(where, layout, minibatches)
         # Limits are the same on all hosts.
         where = states[0]
     file = _load_state(where) or LimitsFile.load(where)
@@ -93,8 +93,8 @@ def _load(
     )
 
 
-def _load_fdo(folder: Path, layout: StackedLayout) -> Limits:
-    found = import_fdo(folder, layout=layout)
+def _load_fdo(folder: Path, layout: StackedLayout, minibatches: int) -> Limits:
+    found = import_fdo(folder, layout=layout, minibatches=minibatches)
     if found.skipped:
         name, reason = next(iter(sorted(found.skipped.items())))
         _logger.warning(

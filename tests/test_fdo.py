@@ -14,6 +14,7 @@ from grain_sparsecore.fdo import STAMP_NAME, export_fdo, import_fdo
 from grain_sparsecore.limits import Limits, StackLimits
 from grain_sparsecore.specs import FeatureSpec, TableSpec, Topology
 from grain_sparsecore.stacking import make_layout
+from grain_sparsecore.warm_start import load_start_limits
 
 CLIENTS = {
     "npz": file_fdo_client.NPZFileFDOClient,
@@ -166,6 +167,23 @@ def test_without_buffer_sizes_the_theoretical_one_is_taken(tmp_path):
     got = import_fdo(tmp_path, layout=layout_of("ab"))
     # 9 ids are 16 slots, on 2 SparseCores with 8 partitions. b starts as configured.
     assert got.limits == Limits({"a": limits_of(9, 4, 256), "b": limits_of(1, 1, 16)})
+
+
+def test_buffers_of_several_minibatches_are_larger_than_one_needs(tmp_path):
+    save(
+        tmp_path,
+        a_max_ids=np.full(16, 9),
+        a_max_unique_ids=np.full(16, 4),
+        a_required_buffer_size=np.full(4, 400),
+    )
+    layout = layout_of("a")
+    # As above, one takes 128 slots of each SparseCore at most.
+    assert import_fdo(tmp_path, layout=layout).limits["a"] == limits_of(9, 4, 256)
+    for minibatches, size in ((2, 512), (64, 800)):
+        got = import_fdo(tmp_path, layout=layout, minibatches=minibatches)
+        assert got.limits["a"] == limits_of(9, 4, size)
+        started = load_start_limits([tmp_path], layout=layout, minibatches=minibatches)
+        assert started == got.limits
 
 
 def test_numbers_below_the_start_and_single_numbers(tmp_path):
