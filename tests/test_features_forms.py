@@ -211,6 +211,8 @@ class TestCoo:
             ([[0.0, 0.0]], [4, 2], "indices must be integers, not float64"),
             ([[0, 0]], [4, -2], "dense_shape [4, -2] has a negative size"),
             ([[0, 0]], [4.0, 2.0], "dense_shape must be integers"),
+            # Told before as many row_splits are made.
+            ([[0, 0]], [10**14, 2], "has 100000000000000 samples, but batch_size=4"),
         ],
     )
     def test_bad_indices_are_named(self, indices, shape, text):
@@ -301,7 +303,7 @@ class TestOtherLibraries:
 
     def test_masked_arrays_are_refused_where_something_is_masked(self):
         masked = np.ma.array([[1], [2]], mask=[[0], [1]])
-        assert "pass array.filled(padding_id)" in message_of(masked)
+        assert "array.filled(...) the padding_id of the feature" in message_of(masked)
         assert read(np.ma.array([[1], [2]])).rows()[:2] == [[1], [2]]
 
     @pytest.mark.parametrize("policy", ["error", "drop", "clip", "mod"])

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from grain_sparsecore.batching import RaggedValues, batch_ragged
 from grain_sparsecore.errors import InputError, InputTypeError
 from grain_sparsecore.features import (
     feature_keys,
@@ -160,7 +161,44 @@ class TestPadding:
         assert padded["named"].one.tolist() == [1, 2, 0, 0]
         assert padded["named"].two == 5
         assert padded["jax"].tolist() == [1, 1, 0, 0]
-        assert padded["objects"].shape == (4,)
+        assert padded["objects"].tolist() == ["a", None, "", ""]
+
+    @pytest.mark.parametrize(
+        ("values", "empty"),
+        [
+            ([b"a", b""], b""),
+            ([None, 1.5], 0.0),
+            ([[1], [2, 3]], []),
+            ([None, None], None),
+        ],
+    )
+    def test_object_columns_grow_by_what_is_empty_of_their_kind(self, values, empty):
+        column = np.empty(2, object)
+        column[:] = values
+        padded = pad_leaves({"x": column}, 2, 4)["x"]
+        assert padded.tolist() == [*values, empty, empty]
+        assert type(padded[-1]) is type(empty)
+
+    def test_object_columns_of_rows_grow_by_empty_rows(self):
+        column = np.empty(2, object)
+        column[:] = [np.ones((3, 5), np.float32), np.ones((1, 5), np.float32)]
+        padded = pad_leaves({"x": column}, 2, 3)["x"]
+        assert (padded[2].shape, padded[2].dtype) == ((0, 5), np.float32)
+
+    @pytest.mark.parametrize("lengths", [[1, 1], [3, 0]])
+    def test_ragged_columns_grow_by_empty_rows(self, lengths):
+        # Where there are as many values as samples, they are no row each.
+        samples = [{"x": list(range(n))} for n in lengths]
+        padded = pad_leaves(batch_ragged(samples), 2, 4)["x"]
+        assert isinstance(padded, RaggedValues)
+        assert np.diff(padded.row_splits).tolist() == [*lengths, 0, 0]
+        assert len(padded.values) == padded.row_splits[-1]
+        assert padded.row_splits.dtype == np.int64
+
+    def test_ragged_columns_of_other_rows_stay(self):
+        rest = {"x": batch_ragged([{"x": [1, 2]}] * 3)["x"]}
+        padded = pad_leaves(rest, 2, 4)["x"]
+        assert padded.row_splits.tolist() == [0, 2, 4, 6]
 
     def test_what_does_not_stays(self):
         rest = {

@@ -1,5 +1,6 @@
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from grain_sparsecore.errors import InputError, InputTypeError
@@ -14,6 +15,20 @@ def message_of(value, weights, error=InputError, **spec) -> str:
         read(value, weights, **spec)
     assert "feature 'f' (table 't'), weights 'w'" in str(info.value)
     return str(info.value)
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [np.ma.masked_equal([[1, 2]], 2), [[1, None]], pa.array([[1, None]])],
+    ids=["masked", "None", "null"],
+)
+def test_a_missing_weight_is_filled_with_a_weight_not_with_padding(missing):
+    errors = (InputError, InputTypeError)
+    text = message_of([[5, 6]], missing, errors)
+    assert "a weight (0 takes the id out of every sum)" in text
+    assert "padding_id" not in text
+    with pytest.raises(errors, match="the padding_id of the feature"):
+        read(missing)
 
 
 class TestShapes:

@@ -63,8 +63,8 @@ def _read_lists(field: Field, lists: Any) -> Ragged:
         at = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
         sample, position = ragged.locate(at)
         raise field.error(
-            f"sample {sample} has a null at position {position}; leave it out, or "
-            "fill nulls with padding_id."
+            f"sample {sample} has a null at position {position}; leave it out, or put "
+            f"there {field.filler}."
         )
     ragged.values = _flat(field, values)
     return ragged

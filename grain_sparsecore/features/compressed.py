@@ -122,6 +122,13 @@ def read_coo(field: Field, indices: Any, values: Any, dense_shape: Any) -> Ragge
         )
     if (shape < 0).any():
         raise field.error(f"dense_shape {shape.tolist()} has a negative size.")
+    if shape[0] > field.batch_size:
+        # Before anything is made that has as many entries as a shape may claim.
+        raise field.error(
+            f"dense_shape {shape.tolist()} has {shape[0]} samples, but "
+            f"batch_size={field.batch_size} per host. Give the shape of one batch, "
+            "or set batch_size."
+        )
     # Column by column: reductions over an axis of two cost ten times as much.
     columns = [places[:, i] for i in range(len(shape))]
     for column, size in zip(columns, shape.tolist(), strict=True):

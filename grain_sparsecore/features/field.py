@@ -43,6 +43,13 @@ class Field:
             f"feature {self.feature!r} (table {self.table!r}), {self.kind} {self.key!r}"
         )
 
+    @property
+    def filler(self) -> str:
+        """What to put where a value is missing."""
+        if self.kind == "weights":
+            return "a weight (0 takes the id out of every sum)"
+        return "the padding_id of the feature"
+
     def error(self, text: str) -> InputError:
         """The error for a wrong value."""
         return InputError(f"{self}: {text}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from grain_sparsecore.batching import RaggedValues
 from grain_sparsecore.errors import InputError, InputTypeError
 from grain_sparsecore.stacking import StackedLayout
 
@@ -140,9 +141,10 @@ def pad_leaves(
 ) -> dict[str, Any]:
     """Pads what belongs to samples from ``num_samples`` to ``batch_size`` rows.
 
-    That is every array with ``num_samples`` entries along axis 0, in dicts, lists and
-    tuples at any depth; the new rows are 0, False, or the empty string. Everything else
-    belongs to the batch as a whole and stays as it is.
+    That is every array with ``num_samples`` entries along axis 0 and all
+    `RaggedValues` of that many rows, in dicts, lists and tuples at any depth; the new
+    rows are 0, False, the empty string, or empty. Everything else belongs to the batch
+    as a whole and stays as it is.
     """
     if num_samples == batch_size:
         return dict(rest)
@@ -163,6 +165,11 @@ def leading_sizes(value: Any) -> Iterator[int]:
 def _pad(value: Any, num_samples: int, batch_size: int) -> Any:
     if isinstance(value, Mapping):
         return {k: _pad(v, num_samples, batch_size) for k, v in value.items()}
+    if isinstance(value, RaggedValues):
+        more = batch_size - num_samples
+        if len(value.row_splits) != num_samples + 1:
+            more = 0
+        return value._replace(row_splits=np.pad(value.row_splits, (0, more), "edge"))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_pad(v, num_samples, batch_size) for v in value))
     if isinstance(value, list | tuple):
@@ -173,4 +180,17 @@ def _pad(value: Any, num_samples: int, batch_size: int) -> Any:
     array = np.asarray(value)
     padded = np.zeros((batch_size, *array.shape[1:]), array.dtype)
     padded[:num_samples] = array
+    if array.dtype == object:
+        for place in np.ndindex(batch_size - num_samples, *array.shape[1:]):
+            padded[num_samples + place[0], *place[1:]] = _empty_like(array)
     return padded
+
+
+def _empty_like(values: np.ndarray) -> Any:
+    """What an object array of texts, rows or numbers has where there is nothing."""
+    first = next((value for value in values.flat if value is not None), None)
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.zeros((0, *first.shape[1:]), first.dtype)
+    if isinstance(first, list | str | bytes | bool | int | float):
+        return type(first)()
+    return None

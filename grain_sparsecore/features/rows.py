@@ -30,7 +30,7 @@ def to_array(field: Field, value: Any, accepted: str) -> np.ndarray:
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise field.type_error(
             "an array has masked entries, and the values under the mask mean nothing; "
-            "set padding_id and pass array.filled(padding_id)."
+            f"give array.filled(...) {field.filler}."
         )
     if value is None or isinstance(value, str | bytes):
         raise field.type_error(f"{shown(value)} is no array; {accepted}")
@@ -230,7 +230,7 @@ def _wrong_type_text(field: Field, value: Any, place: str) -> str:
     if isinstance(value, list | tuple | np.ndarray):
         return f"{text}rows cannot be nested deeper."
     if value is None:
-        return f"{text}leave out what is missing, or set padding_id and use it here."
+        return f"{text}leave out what is missing, or put here {field.filler}."
     if field.kind == "weights":
         return f"{text}weights must be floats or integers."
     return (
