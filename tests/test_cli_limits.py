@@ -10,7 +10,7 @@ from grain_sparsecore.fdo import import_fdo
 from grain_sparsecore.limits import Limits, StackLimits
 from grain_sparsecore.limits_file import LimitsFile, load_limits
 from grain_sparsecore.specs import Topology
-from tests.test_plan import CONFIG
+from tests.planned_jobs import CONFIG
 
 
 def limits_of(ids, unique, size):
