@@ -418,3 +418,37 @@ def test_no_worker_outlives_a_main_process_that_is_killed(number, tmp_path) -> N
         while any(is_alive(pid) for pid in workers):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+
+
+def test_a_batch_that_outlives_its_segment_leaves_no_descriptor() -> None:
+    def outlive() -> int:
+        segment = transport._Segment(create=True, size=4096)
+        segment.unlink()
+        view = segment.memory
+        del segment
+        gc.collect()
+        assert view[0] == 0
+        return len(os.listdir("/proc/self/fd"))
+
+    first = outlive()
+    assert [outlive() for _ in range(5)] == [first] * 5
+
+
+def test_an_iterator_may_be_collected_while_a_batch_is_received() -> None:
+    def collected() -> None:
+        with transport._received._lock:
+            transport.forget_unused_segments()
+
+    thread = threading.Thread(target=collected, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_only_the_process_that_received_a_segment_gives_it_back() -> None:
+    segment = transport._Segment(create=True, size=4096)
+    segment.unlink()
+    for owner, state in ((os.getppid(), transport._SENT), (os.getpid(), 0)):
+        segment.state = transport._SENT
+        transport._give_back(segment, owner)
+        assert segment.state == state

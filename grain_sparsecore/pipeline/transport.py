@@ -73,6 +73,12 @@ class _Segment(SharedMemory):
         # Whoever still has a view of the memory at exit has no use for it after.
         with contextlib.suppress(Exception):
             super().__del__()
+        # That stops before this where such a view is alive; the mapping has its own.
+        descriptor = getattr(self, "_fd", -1)
+        if descriptor >= 0:
+            self._fd = -1
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
     @property
     def state(self) -> int:
@@ -182,7 +188,8 @@ class _Received:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Iterators close when they are collected, which may be inside of any method.
+        self._lock = threading.RLock()
         self._segments: dict[tuple[int, str], _Segment] = {}
 
     def __len__(self) -> int:
@@ -248,13 +255,15 @@ def _receive(
     # Every array over the segment refers to this one, or to a view of it, so it lives
     # as long as any of them, and not longer.
     lease = segment.memory
-    weakref.finalize(lease, _give_back, segment).atexit = False
+    weakref.finalize(lease, _give_back, segment, os.getpid()).atexit = False
     arrays = {field: place.of(lease) for field, place in places.items()}
     return dataclasses.replace(rest, **arrays)
 
 
-def _give_back(segment: _Segment) -> None:
-    segment.state = _FREE
+def _give_back(segment: _Segment, owner: int) -> None:
+    # A forked child sees the memory too, and does not own it.
+    if os.getpid() == owner:
+        segment.state = _FREE
 
 
 def _pid() -> int:
